@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from common.engine import loader
+from common.engine import loader, native_modules
 from common.engine.config.rope import RopeConfig, RopeKind
 from common.engine.layers.choose_fused import (
     TOLERANCE,
@@ -28,12 +29,13 @@ from tests.engine.paged_decoding import Sequence, forward, make_pool
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-# Whole vectors of 16, with a rest, and less than one.
+# Whole vectors, with a rest, and less than one.
 SIZES = [8, 72, 128, 1000]
 
 
-@pytest.fixture
-def kernels() -> CpuKernels:
+@pytest.fixture(params=native_modules.VECTORS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
+    monkeypatch.setattr(native_modules, "VECTORS", (request.param,))
     try:
         return CpuKernels()
     except RuntimeError as exc:
@@ -115,12 +117,12 @@ def test_models_compute_the_same_without_them(
 
 
 def test_a_processor_without_the_vectors_spells_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton_native import _layers
-
-    monkeypatch.setattr(_layers, "why_unusable", lambda: "this CPU lacks AVX-512")
+    for vectors in native_modules.VECTORS:
+        module = import_module(f"baton_native._layers_{vectors}")
+        monkeypatch.setattr(module, "why_unusable", lambda: "this CPU lacks vectors")
     choose_fused.cache_clear()
     try:
         choice = choose_fused(FusedShape(64, 64, torch.float32, CPU))
     finally:
         choose_fused.cache_clear()
-    assert choice.kernels is None and "this CPU lacks AVX-512" in choice.reason
+    assert choice.kernels is None and "this CPU lacks vectors" in choice.reason

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine import native_modules
 from common.engine.attention.choose import choose_attention
 from common.engine.attention.kinds import AttentionKind
 from common.engine.attention.paged_cpu import PagedCpuAttention
@@ -30,8 +31,9 @@ KIND = AttentionKind(8, 2, 64)
 SHAPE = AttentionShape((KIND,), torch.float32, CPU, 16)
 
 
-@pytest.fixture(autouse=True)
-def _usable() -> None:
+@pytest.fixture(autouse=True, params=native_modules.VECTORS)
+def _usable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_modules, "VECTORS", (request.param,))
     try:
         PagedCpuAttention(())
     except RuntimeError as exc:

@@ -134,7 +134,7 @@ class Batch {
 
 }  // namespace
 
-NB_MODULE(_attention, module) {
+NB_MODULE(BATON_MODULE, module) {
     module.def("why_unusable", &why_unusable);
     nb::class_<Layer>(module, "Layer")
         .def(nb::init<const std::string&, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int64_t,

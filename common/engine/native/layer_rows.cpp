@@ -11,50 +11,42 @@ namespace {
 // Elements below which one thread is done before a second one has begun.
 constexpr int64_t SHARED_ELEMENTS = 1 << 15;
 
-inline __mmask16 mask_of(int64_t left) {
-    return left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-}
-
 template <typename Element>
 float inverse_rms(const Element* x, int64_t size, float epsilon) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += 16) {
-        const __m512 values = load16(x + i, mask_of(size - i));
-        squares = _mm512_fmadd_ps(values, values, squares);
+    Floats squares = all(0.0f);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Floats values = load(x + i, size - i);
+        squares = multiply_add(values, values, squares);
     }
-    return 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + epsilon);
+    return 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + epsilon);
 }
 
-// 16 elements of a row that is normed.
+// A vector of a row that is normed, of which `count` elements are.
 template <typename Element>
-inline __m512 normed16(__m512 values, __m512 scale, const Element* weight, __mmask16 mask, bool is_offset) {
-    const __m512 factors = load16(weight, mask);
-    const __m512 scaled = _mm512_mul_ps(values, scale);
-    if (is_offset) return _mm512_mul_ps(scaled, _mm512_add_ps(factors, _mm512_set1_ps(1.0f)));
-    return _mm512_mul_ps(rounded16<Element>(scaled), factors);
+inline Floats normed(Floats values, Floats scale, const Element* weight, int64_t count, bool is_offset) {
+    const Floats factors = load(weight, count), scaled = values * scale;
+    return is_offset ? scaled * (factors + all(1.0f)) : rounded<Element>(scaled) * factors;
 }
 
-inline __m512 silu16(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    return _mm512_div_ps(x, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+inline Floats silu(Floats x) {
+    return x / (all(1.0f) + exponential(all(0.0f) - x));
 }
 
 // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
-inline __m512 gelu16(__m512 x) {
-    const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
-    const __m512 inner = _mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(0.7978845608f));
-    const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
-    return _mm512_fmadd_ps(half, softcap16(inner, 1.0f), half);
+inline Floats gelu(Floats x) {
+    const Floats cubic = multiply_add(x * x, all(0.044715f), all(1.0f));
+    const Floats inner = x * cubic * all(0.7978845608f);
+    const Floats half = x * all(0.5f);
+    return multiply_add(half, softcap_of(inner, 1.0f), half);
 }
 
 // Rotated pairs that lie half a rotation apart, in fp32.
 void turn_halves(float* head, const float* cosines, const float* sines, int64_t half) {
-    for (int64_t i = 0; i < half; i += 16) {
-        const __mmask16 mask = mask_of(half - i);
-        const __m512 first = load16(head + i, mask), second = load16(head + half + i, mask);
-        const __m512 cosine = load16(cosines + i, mask), sine = load16(sines + i, mask);
-        store16(head + i, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)), mask);
-        store16(head + half + i, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)), mask);
+    for (int64_t i = 0; i < half; i += LANES) {
+        const Floats first = load(head + i, half - i), second = load(head + half + i, half - i);
+        const Floats cosine = load(cosines + i, half - i), sine = load(sines + i, half - i);
+        store(head + i, multiply_subtract(first, cosine, second * sine), half - i);
+        store(head + half + i, multiply_add(second, cosine, first * sine), half - i);
     }
 }
 
@@ -71,17 +63,15 @@ void turn_head(const Element* x, Element* output, int64_t dim, const Norm<Elemen
                int64_t rotated, bool is_interleaved) {
     alignas(64) float head[TURNED_DIM_MAX];
     const bool is_normed = norm.weight != nullptr;
-    const __m512 scale = _mm512_set1_ps(is_normed ? inverse_rms(x, dim, norm.epsilon) : 1.0f);
-    for (int64_t i = 0; i < dim; i += 16) {
-        const __mmask16 mask = mask_of(dim - i);
-        const __m512 values = load16(x + i, mask);
-        store16(head + i, is_normed ? normed16(values, scale, norm.weight + i, mask, norm.is_offset) : values, mask);
+    const Floats scale = all(is_normed ? inverse_rms(x, dim, norm.epsilon) : 1.0f);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const Floats values = load(x + i, dim - i);
+        store(head + i, is_normed ? normed(values, scale, norm.weight + i, dim - i, norm.is_offset) : values, dim - i);
     }
     const int64_t half = rotated / 2;
     (is_interleaved ? turn_neighbours : turn_halves)(head, angles, angles + half, half);
-    for (int64_t i = 0; i < dim; i += 16) {
-        const __mmask16 mask = mask_of(dim - i);
-        store16(output + i, load16(head + i, mask), mask);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        store(output + i, load(head + i, dim - i), dim - i);
     }
 }
 
@@ -94,17 +84,15 @@ void norm_rows(Element* x, int64_t stride, const Element* added, Element* output
     for (int64_t row = 0; row < count; ++row) {
         Element* from = x + row * stride;
         if (added != nullptr) {
-            for (int64_t i = 0; i < size; i += 16) {
-                const __mmask16 mask = mask_of(size - i);
-                store16(from + i, _mm512_add_ps(load16(from + i, mask), load16(added + row * size + i, mask)), mask);
+            for (int64_t i = 0; i < size; i += LANES) {
+                store(from + i, load(from + i, size - i) + load(added + row * size + i, size - i), size - i);
             }
         }
-        const __m512 scale = _mm512_set1_ps(inverse_rms(from, size, norm.epsilon));
+        const Floats scale = all(inverse_rms(from, size, norm.epsilon));
         Element* to = output + row * size;
-        for (int64_t i = 0; i < size; i += 16) {
-            const __mmask16 mask = mask_of(size - i);
-            const __m512 values = load16(from + i, mask);
-            store16(to + i, normed16(values, scale, norm.weight + i, mask, norm.is_offset), mask);
+        for (int64_t i = 0; i < size; i += LANES) {
+            const Floats values = load(from + i, size - i);
+            store(to + i, normed(values, scale, norm.weight + i, size - i, norm.is_offset), size - i);
         }
     }
 }
@@ -114,12 +102,11 @@ void gate_rows(const Element* x, int64_t stride, Element* output, int64_t count,
 #pragma omp parallel for schedule(static) if (count * size > SHARED_ELEMENTS)
     for (int64_t row = 0; row < count; ++row) {
         const Element* from = x + row * stride;
-        for (int64_t i = 0; i < size; i += 16) {
-            const __mmask16 mask = mask_of(size - i);
-            const __m512 values = load16(from + i, mask);
-            const __m512 open = gate == Gate::silu ? silu16(values) : gelu16(values);
-            const __m512 up = load16(from + size + i, mask);
-            store16(output + row * size + i, _mm512_mul_ps(rounded16<Element>(open), up), mask);
+        for (int64_t i = 0; i < size; i += LANES) {
+            const Floats values = load(from + i, size - i);
+            const Floats open = gate == Gate::silu ? silu(values) : gelu(values);
+            const Floats up = load(from + size + i, size - i);
+            store(output + row * size + i, rounded<Element>(open) * up, size - i);
         }
     }
 }

@@ -70,7 +70,7 @@ void turn(const std::string& dtype, uintptr_t x, uintptr_t output, int64_t row_c
 }  // namespace
 
 // Addresses are of tensors of one element type, "float32" or "bfloat16", but angles, which are float32.
-NB_MODULE(_layers, module) {
+NB_MODULE(BATON_MODULE, module) {
     module.def("why_unusable", &why_unusable);
     module.def("norm_rows", &norm);
     module.def("gate_rows", &gate);

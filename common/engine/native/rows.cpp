@@ -10,53 +10,53 @@ namespace baton {
 
 namespace {
 
-constexpr int64_t ROWS = 4;       // of queries, in registers at once
-constexpr int64_t COLUMNS = 64;  // of an output row, likewise
+constexpr int64_t ROWS = 4;                   // of queries, in registers at once
+constexpr int PARTS = LANES == 16 ? 4 : 2;  // of an output row, likewise, each a vector
 
 // scores[row][item] of a block. query: fp32[rows][dim].
 template <typename Element, int COUNT>
 void score_block(const float* query, int64_t dim, const Element* const* keys, int64_t item_count, float* scores) {
     for (int64_t item = 0; item < item_count; ++item) {
-        __m512 sums[COUNT];
-        for (int row = 0; row < COUNT; ++row) sums[row] = _mm512_setzero_ps();
-        for (int64_t d = 0; d < dim; d += 16) {
-            const __m512 key = load16(keys[item] + d);
+        Floats sums[COUNT];
+        for (int row = 0; row < COUNT; ++row) sums[row] = all(0.0f);
+        for (int64_t d = 0; d < dim; d += LANES) {
+            const Floats key = load(keys[item] + d);
             for (int row = 0; row < COUNT; ++row) {
-                sums[row] = _mm512_fmadd_ps(load16(query + row * dim + d), key, sums[row]);
+                sums[row] = multiply_add(load(query + row * dim + d), key, sums[row]);
             }
         }
-        for (int row = 0; row < COUNT; ++row) scores[row * BLOCK + item] = _mm512_reduce_add_ps(sums[row]);
+        for (int row = 0; row < COUNT; ++row) scores[row * BLOCK + item] = sum_of(sums[row]);
     }
 }
 
-// output[row][0 .. 16 * PARTS) += sum over items of weights[row][item] * values[item].
-template <typename Element, int COUNT, int PARTS>
+// output[row][0 .. LANES * WIDTH) += sum over items of weights[row][item] * values[item].
+template <typename Element, int COUNT, int WIDTH>
 void add_values(const float* weights, const Element* const* values, int64_t column, int64_t item_count, float* output,
                 int64_t dim) {
-    __m512 sums[COUNT][PARTS];
+    Floats sums[COUNT][WIDTH];
     for (int row = 0; row < COUNT; ++row)
-        for (int part = 0; part < PARTS; ++part) sums[row][part] = load16(output + row * dim + column + part * 16);
+        for (int part = 0; part < WIDTH; ++part) sums[row][part] = load(output + row * dim + column + part * LANES);
     for (int64_t item = 0; item < item_count; ++item) {
-        __m512 value[PARTS];
-        for (int part = 0; part < PARTS; ++part) value[part] = load16(values[item] + column + part * 16);
+        Floats value[WIDTH];
+        for (int part = 0; part < WIDTH; ++part) value[part] = load(values[item] + column + part * LANES);
         for (int row = 0; row < COUNT; ++row) {
-            const __m512 weight = _mm512_set1_ps(weights[row * BLOCK + item]);
-            for (int part = 0; part < PARTS; ++part) {
-                sums[row][part] = _mm512_fmadd_ps(weight, value[part], sums[row][part]);
+            const Floats weight = all(weights[row * BLOCK + item]);
+            for (int part = 0; part < WIDTH; ++part) {
+                sums[row][part] = multiply_add(weight, value[part], sums[row][part]);
             }
         }
     }
     for (int row = 0; row < COUNT; ++row)
-        for (int part = 0; part < PARTS; ++part) store16(output + row * dim + column + part * 16, sums[row][part]);
+        for (int part = 0; part < WIDTH; ++part) store(output + row * dim + column + part * LANES, sums[row][part]);
 }
 
 template <typename Element, int COUNT>
 void add_block(const float* weights, const Element* const* values, int64_t item_count, float* output, int64_t dim) {
     int64_t column = 0;
-    for (; column + COLUMNS <= dim; column += COLUMNS) {
-        add_values<Element, COUNT, 4>(weights, values, column, item_count, output, dim);
+    for (; column + PARTS * LANES <= dim; column += PARTS * LANES) {
+        add_values<Element, COUNT, PARTS>(weights, values, column, item_count, output, dim);
     }
-    for (; column < dim; column += 16) {
+    for (; column < dim; column += LANES) {
         add_values<Element, COUNT, 1>(weights, values, column, item_count, output, dim);
     }
 }
@@ -75,10 +75,10 @@ void attend_some(const AttentionView<Element>& view, int64_t first_row) {
         token[row] = (first_row + row) % tokens;
         begin = std::min(begin, view.first_seen(token[row]));
         const Element* from = view.memory.query + view.query_place(head[row], token[row]);
-        const __m512 scale = _mm512_set1_ps(shape.scale);
-        for (int64_t d = 0; d < dim; d += 16) {
-            store16(query + row * dim + d, _mm512_mul_ps(load16(from + d), scale));
-            store16(output + row * dim + d, _mm512_setzero_ps());
+        const Floats scale = all(shape.scale);
+        for (int64_t d = 0; d < dim; d += LANES) {
+            store(query + row * dim + d, load(from + d) * scale);
+            store(output + row * dim + d, all(0.0f));
         }
         const bool has_sink = view.memory.sinks != nullptr;
         largest[row] = has_sink ? view.sink(head[row]) : -std::numeric_limits<float>::infinity();
@@ -97,39 +97,31 @@ void attend_some(const AttentionView<Element>& view, int64_t first_row) {
             float* mine = scores + row * BLOCK;
             const int64_t seen_from = std::max<int64_t>(0, view.first_seen(token[row]) - start);
             const int64_t seen_to = std::min(count, view.position + view.task.first + token[row] + 1 - start);
-            const __m512 none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-            __m512 most = none;
-            for (int64_t item = 0; item < BLOCK; item += 16) {
-                __m512 score = load16(mine + item);
-                if (shape.softcap != 0.0f) score = softcap16(score, shape.softcap);
-                const __m512i numbers = _mm512_add_epi32(
-                    _mm512_set1_epi32(static_cast<int>(item)),
-                    _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-                const __mmask16 is_seen =
-                    _mm512_cmp_epi32_mask(numbers, _mm512_set1_epi32(static_cast<int>(std::min(seen_from, BLOCK))),
-                                          _MM_CMPINT_NLT) &
-                    _mm512_cmp_epi32_mask(numbers, _mm512_set1_epi32(static_cast<int>(std::max<int64_t>(seen_to, 0))),
-                                          _MM_CMPINT_LT);
-                score = _mm512_mask_mov_ps(none, is_seen, score);
-                store16(mine + item, score);
-                most = _mm512_max_ps(most, score);
+            const Floats none = all(-std::numeric_limits<float>::infinity());
+            Floats most = none;
+            for (int64_t item = 0; item < BLOCK; item += LANES) {
+                Floats score = load(mine + item);
+                if (shape.softcap != 0.0f) score = softcap_of(score, shape.softcap);
+                score = keep_lanes(score, seen_from - item, seen_to - item, none);
+                store(mine + item, score);
+                most = larger(most, score);
             }
-            const float now = std::max(largest[row], _mm512_reduce_max_ps(most));
+            const float now = std::max(largest[row], largest_of(most));
             // Nothing is seen yet, so nothing is there to be scaled.
             const float shrink = now == largest[row] ? 1.0f : std::exp(largest[row] - now);
-            const __m512 base = _mm512_set1_ps(std::isinf(now) ? 0.0f : now);
-            __m512 added = _mm512_setzero_ps();
-            for (int64_t item = 0; item < BLOCK; item += 16) {
-                const __m512 weight = weight16(_mm512_sub_ps(load16(mine + item), base));
-                store16(mine + item, weight);
-                added = _mm512_add_ps(added, weight);
+            const Floats base = all(std::isinf(now) ? 0.0f : now);
+            Floats added = all(0.0f);
+            for (int64_t item = 0; item < BLOCK; item += LANES) {
+                const Floats weight = weight_of(load(mine + item) - base);
+                store(mine + item, weight);
+                added = added + weight;
             }
-            sum[row] = sum[row] * shrink + _mm512_reduce_add_ps(added);
+            sum[row] = sum[row] * shrink + sum_of(added);
             largest[row] = now;
             if (shrink != 1.0f) {
-                const __m512 factor = _mm512_set1_ps(shrink);
-                for (int64_t d = 0; d < dim; d += 16) {
-                    store16(output + row * dim + d, _mm512_mul_ps(load16(output + row * dim + d), factor));
+                const Floats factor = all(shrink);
+                for (int64_t d = 0; d < dim; d += LANES) {
+                    store(output + row * dim + d, load(output + row * dim + d) * factor);
                 }
             }
         }
@@ -137,9 +129,9 @@ void attend_some(const AttentionView<Element>& view, int64_t first_row) {
     }
     for (int row = 0; row < COUNT; ++row) {
         Element* to = view.memory.output + view.output_place(head[row], token[row]);
-        const __m512 factor = _mm512_set1_ps(1.0f / sum[row]);
-        for (int64_t d = 0; d < dim; d += 16) {
-            store16(to + d, _mm512_mul_ps(load16(output + row * dim + d), factor));
+        const Floats factor = all(1.0f / sum[row]);
+        for (int64_t d = 0; d < dim; d += LANES) {
+            store(to + d, load(output + row * dim + d) * factor);
         }
     }
 }

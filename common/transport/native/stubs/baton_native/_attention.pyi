@@ -1,4 +1,4 @@
-"""Types of the native module."""
+"""Types of the native modules _attention_avx512 and _attention_avx2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of the native module."""
+"""Types of the native modules _layers_avx512 and _layers_avx2."""
 
 def why_unusable() -> str: ...
 def norm_rows(
