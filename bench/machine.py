@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 UCX_WHEELS = ("libucx-cu12", "libucx-cu13")
+# The widest first, with the kernel's word for them.
+VECTORS = {"AVX-512 BF16": "avx512_bf16", "AVX-512": "avx512f", "AVX2": "avx2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,15 @@ def version_of(package: str) -> str:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """Of /proc/cpuinfo's text; empty where it names none, as on some ARM machines."""
+    """Of /proc/cpuinfo's text, with the widest vectors that it has: machines of one name may differ
+    in them. Empty where it names none, as on some ARM machines."""
+    fields = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return ""
+        fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", "").split()
+    vectors = [name for name, flag in VECTORS.items() if flag in flags]
+    return " ".join([fields.get("model name", ""), *vectors[:1]]).strip()
 
 
 def ask_driver() -> str:

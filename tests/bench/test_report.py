@@ -131,6 +131,8 @@ def test_an_unknown_section_is_refused_by_name(capsys: pytest.CaptureFixture[str
 def test_the_machine_is_described() -> None:
     assert cpu_model("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n") == "Some CPU @ 2 GHz"
     assert cpu_model("processor\t: 0\n") == ""
+    flags = "flags\t\t: fma avx2 avx512f\n"
+    assert cpu_model(f"model name\t: Some CPU\n{flags}processor\t: 1\n") == "Some CPU AVX-512"
     machine = describe_machine()
     assert machine.cores >= 1 and machine.memory_gib > 0 and machine.torch[0].isdigit()
 
