@@ -69,7 +69,7 @@ def version_of(package: str) -> str:
 def cpu_model(cpuinfo: str) -> str:
     """Of /proc/cpuinfo's text, with the widest vectors that it has: machines of one name may differ
     in them. Empty where it names none, as on some ARM machines."""
-    fields = {}
+    fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())

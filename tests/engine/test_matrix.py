@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.layers.matrix import (
+from common.engine.layers.matrix import Matrix, PackedProduct
+from common.engine.loader import load_model
+from common.engine.widened import (
     WIDENED_ELEMENTS,
     WIDENED_ROWS_MIN,
-    Matrix,
-    PackedProduct,
-    WidenedProduct,
     multiplies_bfloat16,
+    multiply_widened,
 )
-from common.engine.loader import load_model
 from tests.engine.paged_decoding import Sequence, forward, make_pool
 
 RECIPES = (
@@ -67,7 +66,7 @@ def test_a_widened_weight_gives_products_that_are_rounded_once(
     shape: tuple[int, int], inputs: Callable[[Tensor], Tensor]
 ) -> None:
     for rows, given, bias in products(shape, inputs):
-        found = WidenedProduct(rows)(given, bias)
+        found = multiply_widened(given, rows, bias)
         if len(given) < WIDENED_ROWS_MIN:
             assert torch.equal(found, F.linear(given, rows, bias))
             continue
@@ -81,7 +80,7 @@ def test_a_widened_weight_gives_products_that_are_rounded_once(
 @torch.inference_mode()
 def test_a_widened_weight_takes_inputs_of_any_shape() -> None:
     rows, given = torch.randn(8, 16).bfloat16(), torch.randn(2, 5, 16).bfloat16()
-    found = WidenedProduct(rows)(given, None)
+    found = multiply_widened(given, rows, None)
     torch.testing.assert_close(found, F.linear(given, rows))
 
 

@@ -26,6 +26,7 @@ from common.engine.attention.buckets import bucket_by_pages
 from common.engine.attention.rows import Picks, Rows
 from common.engine.cache.kv_pool import KvPool, Plane, Scratch
 from common.engine.forward_batch import ForwardBatch
+from common.engine.widened import linear
 
 LATENT = "latent"
 
@@ -319,7 +320,7 @@ def attend_expanded(
     for first in range(0, head_count, step):
         heads = slice(first, min(first + step, head_count))
         plain_keys, values = (
-            F.linear(latent, part[heads].flatten(0, 1)).view(len(rows), -1, part.shape[1])
+            linear(latent, part[heads].flatten(0, 1)).view(len(rows), -1, part.shape[1])
             for part in (projection.key, projection.value)
         )
         turned = rotated[:, None].expand(-1, plain_keys.shape[1], -1)

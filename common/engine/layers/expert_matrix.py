@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.codes import Codes, join_rows
@@ -17,6 +16,7 @@ from common.engine.layers.expert_groups import BY_ROW_NBYTES, BY_ROW_SHARE, Expe
 from common.engine.layers.matrix import memory_for
 from common.engine.layers.narrow import NarrowProduct, NarrowWeights, choose_narrow
 from common.engine.layers.stored_experts import Scratch, StoredExperts
+from common.engine.widened import is_widened, linear
 
 HOST_ASKS = ("cpu",)
 """Devices that the host may ask, in the middle of a pass, how many rows each expert has."""
@@ -104,10 +104,10 @@ class ExpertMatrix:
         """inputs [n, in] in the order of their experts, times each one's weight: [n, out]."""
         if self._products:
             return self._multiply_by_expert(groups, inputs)
+        if self._asks and (self._stored is not None or is_widened(inputs)):
+            return self._multiply_by_expert(groups, inputs)
         if self._stored is None:
             return groups.multiply(inputs, self.rows)
-        if self._asks:
-            return self._multiply_by_expert(groups, inputs)
         return self.multiply_widened(groups, inputs)
 
     def multiply_widened(self, groups: ExpertGroups, inputs: Tensor) -> Tensor:
@@ -164,9 +164,9 @@ class ExpertMatrix:
         if expert in self._products:
             return self._products[expert](inputs, None)
         if self._stored is None:
-            return F.linear(inputs, self.rows[expert])
+            return linear(inputs, self.rows[expert])
         wide = self._stored.widen_one(self._scratch.view(*self._shape[1:]), expert)
-        return F.linear(inputs, wide)
+        return linear(inputs, wide)
 
 
 class ExpertRows:

@@ -10,7 +10,6 @@ as it is stored instead, if a kernel multiplies by that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,11 +18,7 @@ from torch import Tensor
 
 from common.engine.checkpoint.codes import Codes, join_rows
 from common.engine.layers.narrow import NarrowProduct, NarrowWeights, choose_narrow
-
-WIDENED_ELEMENTS = 1 << 18
-"""Of a weight that are float32 at the same time: as many as stay in a core's cache."""
-WIDENED_ROWS_MIN = 3
-"""Inputs from which on that is faster than torch's own product, which widens in registers."""
+from common.engine.widened import multiplies_bfloat16, multiply_widened
 
 
 class Matrix:
@@ -110,13 +105,7 @@ class PackedProduct:
 
 
 class WidenedProduct:
-    """The rows as they are, for a processor without products of bfloat16.
-
-    Part after part is made float32 and multiplied, and the sums are rounded once. torch's own
-    product does 10 GFLOP/s there for any number of rows. Measured with one thread on an AMD EPYC
-    with AVX2 alone, 1024 x 4096 out of cache, speed over it for 1, 2, 4, 8, 16, 128 and 512 rows
-    of inputs: 0.7, 1.0, 1.3, 2.4, 3.7, 7.4, 7.7.
-    """
+    """The rows as they are, for a processor without products of bfloat16; see `widened.py`."""
 
     name = "bfloat16, float32 for one product"
 
@@ -125,26 +114,7 @@ class WidenedProduct:
         self._rows = rows
 
     def __call__(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        output_count, size = self._rows.shape
-        if inputs.numel() < WIDENED_ROWS_MIN * size:
-            return F.linear(inputs, self._rows, bias)
-        wide = inputs.reshape(-1, size).float()
-        step = max(1, WIDENED_ELEMENTS // size)
-        part = torch.empty((min(step, output_count), size))
-        product = torch.empty((len(wide), output_count))
-        for first in range(0, output_count, step):
-            rows = self._rows[first : first + step]
-            some = part[: len(rows)].copy_(rows)
-            torch.mm(wide, some.t(), out=product[:, first : first + step])
-        if bias is not None:
-            product += bias
-        return product.to(inputs.dtype).view(*inputs.shape[:-1], output_count)
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether this processor has what oneDNN's products of bfloat16 are made of."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return multiply_widened(inputs, self._rows, bias)
 
 
 def memory_for(rows: Tensor, device: torch.device) -> Tensor:
