@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.config import Role
@@ -32,12 +32,13 @@ PATTERNS = [
 def slow_end(pattern: str, pieces: list[str]) -> int | None:
     """SGLang's rule: after each token the text so far is searched."""
     for count in range(1, len(pieces) + 1):
-        if re.search(pattern, "".join(pieces[:count]), re.DOTALL):
+        if re.search(pattern, "".join(pieces[:count])):
             return count
     return None
 
 
 @settings(max_examples=300, deadline=None)
+@example("a.c", ["a\nc"])
 @given(st.sampled_from(PATTERNS), st.lists(st.text("abcé1B\n", max_size=4), max_size=12))
 def test_a_match_is_found_with_the_piece_that_completes_it(pattern: str, pieces: list[str]) -> None:
     watch = RegexWatch.of(pattern).copy()
