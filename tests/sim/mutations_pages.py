@@ -214,7 +214,7 @@ MUTATIONS = (
     Mutation("abort-says-closed-too-early", abort_says_closed_too_early, 24),
     Mutation("a-device-copy-counts-as-the-networks", a_device_copy_counts_as_the_networks, 18),
     Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 374),
-    Mutation("done-frees-another-transfer", done_frees_another_transfer, 4),
+    Mutation("done-frees-another-transfer", done_frees_another_transfer, 24),
     Mutation("slot-not-forgotten", slot_not_forgotten, 39),
     Mutation("window-page-one-token-early", window_page_one_token_early, 1),
     Mutation("pages-of-a-running-step-are-free", pages_of_a_running_step_are_free, 0),
