@@ -32,6 +32,7 @@ from bench.record import (
     result_path,
 )
 from bench.report import NotRun, Row, print_table
+from demo.servers import end_when_terminated
 
 SECTIONS = {
     "transfer": "bench.transfers",
@@ -70,6 +71,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["serve"]:
         return serve(arguments[1:])
     args = parse(arguments)
+    end_when_terminated()
     unknown = [name for name in args.sections if name not in (*SECTIONS, PAGE)]
     if unknown:
         print(f"unknown section {', '.join(unknown)}: must be one of {', '.join(SECTIONS)}, {PAGE}")

@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from demo.facts import Ask, Question, is_right, make_question
-from demo.servers import DemoFailed, Pair
+from demo.servers import DemoFailed, Pair, end_when_terminated
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 QUESTION_COUNT = 32
@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the pair running")
     parser.add_argument("--transport", default="auto", help="auto, shm, stream or ucx-tcp")
     options = parser.parse_args()
+    end_when_terminated()
     left_before = set(SHARED_MEMORY.iterdir())
     try:
         share = run_demo(options.questions, options.transport, keep=options.keep)
