@@ -29,13 +29,13 @@ class DemoFailed(Exception):
     """The demo can't go on; the text says why and where to look."""
 
 
+PORTS = range(10_000, 30_000)
+"""Below the ports that Linux gives to clients, which may be taken before a server binds them."""
+
+
 def end_when_terminated() -> None:
     """SIGTERM ends this process as an error would: what it has started is stopped first."""
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
-
-
-PORTS = range(10_000, 30_000)
-"""Below the ports that Linux gives to clients, which may be taken before a server binds them."""
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,8 +9,6 @@ import torch
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """Elements that they take, as they call them."""
-
-
 VECTORS = ("avx512", "avx2")
 """Of processors that each module is built for, the fastest first."""
 

@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fleet import is_alive, wait_until
+from tests.e2e.fleet import children_of, is_alive, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 ROOT = Path(__file__).parents[2]
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_terminated_demo_stops_its_servers() -> None:

@@ -125,9 +125,7 @@ class Node:
 
     def _children(self) -> dict[str, int]:
         found: dict[str, int] = {}
-        parent = self.server.process.pid
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        for pid in map(int, children):
+        for pid in children_of(self.server.process.pid):
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             except (FileNotFoundError, ProcessLookupError):
@@ -276,6 +274,11 @@ def _events(response: httpx.Response) -> Iterator[Reply]:
 
 def error_message(response: httpx.Response) -> str:
     return msgspec.json.decode(response.content, type=ErrorReply).error.message
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process's first thread has started."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:

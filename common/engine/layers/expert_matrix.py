@@ -102,9 +102,8 @@ class ExpertMatrix:
 
     def multiply(self, groups: ExpertGroups, inputs: Tensor) -> Tensor:
         """inputs [n, in] in the order of their experts, times each one's weight: [n, out]."""
-        if self._products:
-            return self._multiply_by_expert(groups, inputs)
-        if self._asks and (self._stored is not None or is_widened(inputs)):
+        is_one_by_one = self._asks and (self._stored is not None or is_widened(inputs))
+        if self._products or is_one_by_one:
             return self._multiply_by_expert(groups, inputs)
         if self._stored is None:
             return groups.multiply(inputs, self.rows)

@@ -10,7 +10,7 @@ namespace baton {
 
 namespace {
 
-constexpr int64_t ROWS = 4;                   // of queries, in registers at once
+constexpr int64_t ROWS = 4;                 // of queries, in registers at once
 constexpr int PARTS = LANES == 16 ? 4 : 2;  // of an output row, likewise, each a vector
 
 // scores[row][item] of a block. query: fp32[rows][dim].

@@ -91,7 +91,8 @@ void pack_keys(const std::vector<const Element*>& rows, int64_t dim, Element* to
     pack_columns(rows.data(), dim, to);
 }
 
-void pack_values(const std::vector<const float*>& rows, int64_t dim, float* to) {
+template <typename Element>
+void pack_values(const std::vector<const Element*>& rows, int64_t dim, float* to) {
     for (int64_t item = 0; item < TILE_BLOCK; ++item) copy_row(rows[item], dim, to + item * dim);
 }
 
@@ -117,10 +118,6 @@ void pack_keys(const std::vector<const bfloat16*>& rows, int64_t dim, float* to)
         wide_rows[item] = wide.data() + item * dim;
     }
     pack_columns(wide_rows, dim, to);
-}
-
-void pack_values(const std::vector<const bfloat16*>& rows, int64_t dim, float* to) {
-    for (int64_t item = 0; item < TILE_BLOCK; ++item) copy_row(rows[item], dim, to + item * dim);
 }
 #endif
 
